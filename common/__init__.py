@@ -1,0 +1,1 @@
+"""Measuring and checking, shared by all projects: no model code."""

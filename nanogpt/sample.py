@@ -67,13 +67,11 @@ def stream(params, model_cfg, vocab, cfg):
 
     Raises ValueError listing the characters of the prompt that the vocabulary lacks.
     """
-    S = model_cfg.context
-    prompt = data.encode(cfg.prompt, vocab)[-S:]
-    window = np.zeros((cfg.num_samples, S), np.int32)
-    window[:, :len(prompt)] = prompt
+    prompt = data.encode(cfg.prompt, vocab)[-model_cfg.context:]
     begin = jax.jit(start, static_argnames="cfg")
     draw = jax.jit(generate, static_argnames=("n", "cfg", "top_k", "top_p"), donate_argnames="state")
-    state = begin(params, window, jnp.int32(len(prompt)), model_cfg)
+    prompts = np.tile(prompt.astype(np.int32), (cfg.num_samples, 1))
+    state = begin(params, prompts, len(prompt), model_cfg)
     key = jax.random.key(cfg.seed)
     for i, left in enumerate(range(cfg.max_new_tokens, 0, -CHUNK)):
         tokens, state = draw(params, state, jax.random.fold_in(key, i), CHUNK, model_cfg,

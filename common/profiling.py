@@ -209,7 +209,7 @@ DEVICE_PEAKS = {
     "TPU v5 lite": {"bfloat16": 197e12, "float32": None, "bytes_per_s": 819e9},  # v5e
     "TPU v5": {"bfloat16": 459e12, "float32": None, "bytes_per_s": 2.765e12},  # v5p
     "TPU v5p": {"bfloat16": 459e12, "float32": None, "bytes_per_s": 2.765e12},
-    "TPU v6 lite": {"bfloat16": 918e12, "float32": None, "bytes_per_s": 1.6e12},  # v6e
+    "TPU v6 lite": {"bfloat16": 918e12, "float32": None, "bytes_per_s": 1.638e12},  # v6e
     "TPU7x": {"bfloat16": 2307e12 / 2, "float32": None, "bytes_per_s": 7.37e12 / 2},
     "Tesla T4": {"bfloat16": None, "float32": 8.1e12, "bytes_per_s": 320e9},  # Turing has no bfloat16 unit
     "NVIDIA A100-SXM4-80GB": {"bfloat16": 312e12, "float32": 19.5e12, "bytes_per_s": 2.039e12},

@@ -1,9 +1,10 @@
 """Profiles nanogpt, and measures it beside the same model in PyTorch on the same machine in the same run.
 
-    python bench.py            # everything: results/bench.json, figures/, and the tables of README.md; about 25 minutes
+    python bench.py            # everything: results/bench.json, figures/, the tables of README.md; 10 minutes
     python bench.py --quick    # the same rows from fewer rounds, to out/bench-quick.json; a few minutes
+    python bench.py --choices  # only the rows "choice: ...", put into results/bench.json; 3 minutes
     python bench.py --losses   # three full training runs beside three of the twin: results/losses.json; 10 minutes
-    python bench.py --readme   # only writes the tables of README.md anew from results/
+    python bench.py --readme   # only draws the figures and writes the tables of README.md anew from results/
 
 Legend: B batch, T context, D width, L layers, V vocabulary.
 Speed is a ratio of medians of interleaved runs (A B A B ...), each side in its own process with the same malloc
@@ -41,16 +42,17 @@ VOCAB, NEW_TOKENS = 65, 255
 # Workers: one process a side -------------------------------------------------------------
 
 def worker(spec):
-    """spec: {"side", "job", "size", "dtype", "B", "without"}; sets up, then serves measured runs."""
+    """spec: {"side", "job", "size"} and what a job may add; sets up, then serves measured runs."""
     if spec.get("without") != "heap":
         run.prepare_host()
     cfg = dataclasses.replace({"small": SMALL, "large": LARGE}[spec["size"]], dtype=spec.get("dtype", "float32"))
     {"jax train": jax_train, "torch train": torch_train, "jax generate": jax_generate,
-     "torch generate": torch_generate}[f"{spec['side']} {spec['job']}"](cfg, spec)
+     "torch generate": torch_generate, "jax choices": jax_choices}[f"{spec['side']} {spec['job']}"](cfg, spec)
 
 
-def serve_steps(step, block, cfg, seconds=2.0):
-    """Serves runs of about `seconds` of training steps each."""
+def serve_steps(step, block, cfg, seconds):
+    """Serves runs of about `seconds` of training steps each, after a few that don't count: a process that waited
+    for its turn comes back to cold caches and to memory that the system took for idle."""
     step(), block()
     began = time.perf_counter()
     for _ in range(3):
@@ -59,6 +61,9 @@ def serve_steps(step, block, cfg, seconds=2.0):
     n = max(2, round(seconds / (time.perf_counter() - began) * 3))
 
     def once():
+        for _ in range(max(1, n // 5)):
+            step()
+        block()
         began = time.perf_counter()
         for _ in range(n):
             step()
@@ -78,7 +83,7 @@ def jax_train(cfg, spec):
     def step():
         box["state"], box["got"] = compiled(box["state"], ids, jnp.int32(box["step"]))
         box["step"] += 1
-    serve_steps(step, lambda: jax.block_until_ready(box["got"]), cfg)
+    serve_steps(step, lambda: jax.block_until_ready(box["got"]), cfg, spec.get("seconds", 4.0))
 
 
 def torch_train(cfg, spec):
@@ -96,7 +101,7 @@ def torch_train(cfg, spec):
         x = torch.stack([ids[i:i + cfg.context] for i in starts])
         y = torch.stack([ids[i + 1:i + 1 + cfg.context] for i in starts])
         box["loss"] = torch_twin.train_step(twin, optimizer, x, y, cfg.lr, cfg.grad_clip, cfg.dtype == "bfloat16")
-    serve_steps(step, lambda: box["loss"].item(), cfg)
+    serve_steps(step, lambda: box["loss"].item(), cfg, spec.get("seconds", 4.0))
 
 
 def jax_generate(cfg, spec):
@@ -171,7 +176,8 @@ def ablate(without):
 
 
 def compare(specs, rounds):
-    commands = {name: [sys.executable, str(HERE / "bench.py"), "--worker", json.dumps(spec)]
+    seconds = 1.0 if rounds <= 2 else 4.0  # of training in each run: as long as the machine's slow spells, or --quick
+    commands = {name: [sys.executable, str(HERE / "bench.py"), "--worker", json.dumps({"seconds": seconds, **spec})]
                 for name, spec in specs.items()}
     return profiling.compare(commands, rounds=rounds)
 
@@ -214,23 +220,51 @@ def training_rows(rounds):
     return rows
 
 
-def ablation_rows(rounds):
-    base = {"side": "jax", "job": "train", "size": "small"}
-    names = {"heap": "freed memory kept (mallopt)", "flat": "products of 2-D operands",
-             "unrolled": "layers unrolled, not scanned", "weight gradient": "own form of the weight gradient",
-             "split": "layers by split, not by index"}
-    specs = {"as it is": base, **{f"without {without}": {**base, "without": without} for without in names}}
-    got = compare(specs, rounds)
-    rows = []
-    for without, name in names.items():
-        ratio = profiling.ratio(got, "tokens_per_s", "as it is", f"without {without}")
-        rows.append(row(f"choice: {name}", "ratio", ratio, "x", f"train 4 x 128 without {without}", ratio))
-    low = {"side": "jax", "job": "train", "size": "large", "dtype": "bfloat16"}
-    got = compare({"as it is": low, "without": {**low, "without": "weight gradient"}}, rounds)
+CHOICES = {"flat": "products of 2-D operands", "unrolled": "layers unrolled, not scanned",
+           "weight gradient": "own form of the weight gradient", "attention": "attention's own VJP",
+           "split": "layers by split, not by index"}
+
+
+def choice_rows(rounds):
+    """The step as it is against the step without one choice. The variants are all JAX, so one process holds them
+    and they take turns every second: far steadier than processes that wait for each other."""
+    specs = {"as it is": {"side": "jax", "job": "train", "size": "small"}}
+    got = compare(specs | {"without": {**specs["as it is"], "without": "heap"}}, rounds)
     ratio = profiling.ratio(got, "tokens_per_s", "as it is", "without")
-    rows.append(row("choice: own form of the weight gradient, bfloat16", "ratio", ratio, "x",
-                    "train 6 x 384 bfloat16 without it", ratio))
+    rows = [row("choice: one heap that keeps its memory", "ratio", ratio, "x", "train 4 x 128 without it", ratio)]
+    for size, dtype, title, names in (("small", "float32", "4 x 128", CHOICES),
+                                      ("large", "bfloat16", "6 x 384 bfloat16", ("weight gradient", "attention"))):
+        specs = {"it": {"side": "jax", "job": "choices", "size": size, "dtype": dtype, "names": list(names)}}
+        taken = compare(specs, 1)["sides"]["it"]
+        for name in names:
+            ratio = taken[name]["median"]
+            rows.append(row(f"choice: {CHOICES[name]}, {title}", "ratio", ratio, "x", f"train {title} without it", ratio))
     return rows
+
+
+def jax_choices(cfg, spec, turns=9):
+    """Serves {choice: median over the turns of (time without it / time as it is)}."""
+    model_cfg, ids, originals = cfg.model(VOCAB), random_text(), dict(vars(model))
+    sides = {}
+    for name in (None, *spec["names"]):
+        ablate(name)
+        step = jax.jit(lambda state, ids, i: train.train_step.__wrapped__(state, ids, i, cfg, model_cfg),
+                       donate_argnums=0)
+        state = train.init_state(cfg, model_cfg)
+        sides[name] = [step.lower(state, ids, jnp.int32(0)).compile(), state]
+        vars(model).update(originals)
+    seconds = {name: [] for name in sides}
+    steps = 25 if cfg.n_embd == SMALL.n_embd else 2
+    for _ in range(turns + 1):  # the first turn warms up
+        for name, side in sides.items():
+            began = time.perf_counter()
+            for i in range(steps):
+                side[1], got = side[0](side[1], ids, jnp.int32(i))
+            jax.block_until_ready(got)
+            seconds[name].append(time.perf_counter() - began)
+    ratios = {name: statistics.median(a / b for a, b in zip(seconds[name][1:], seconds[None][1:]))
+              for name in spec["names"]}
+    profiling.serve(lambda: ratios)
 
 
 def generation_rows(rounds):
@@ -242,7 +276,7 @@ def generation_rows(rounds):
         slow = {"jax cached": {"side": "jax", **base}, "jax uncached": {"side": "jax", "uncached": True, "n": 32, **base}}
         if B == 1:
             slow["torch uncached"] = {"side": "torch", "uncached": True, **base}
-        rows += against(f"generate 6 x 384, B {B}, 1 of 2", slow, max(2, rounds // 2),
+        rows += against(f"generate 6 x 384, B {B}, against no cache", slow, max(2, rounds // 2),
                         [("jax cached", name) for name in slow if name != "jax cached"])
     return rows
 
@@ -263,7 +297,7 @@ def compiled_step(cfg):
     return train.train_step.lower(shapes, ids, jax.ShapeDtypeStruct((), jnp.int32), cfg, model_cfg).compile()
 
 
-def profile_rows(figures):
+def profile_rows():
     cfg, model_cfg = SMALL, SMALL.model(VOCAB)
     ids, step = random_text(), jnp.int32(0)
     run_step = partial(train.train_step, cfg=cfg, model_cfg=model_cfg)
@@ -303,10 +337,9 @@ def profile_rows(figures):
             memory.append({"context": T, "batch": at_T.batch_size, "remat": remat, "temp_MiB": temp / 2**20})
             rows.append(row(f"memory 4 x 128, T {T}, B {at_T.batch_size}{', remat' if remat else ''}", "temporaries",
                             temp / 2**20, "MiB"))
-    if figures:
-        draw(figures, rows, trace, compiled, memory, peak, place)
+    kinds = op_kinds(compiled, trace)
     trace["top_ops"] = trace["top_ops"][:12]
-    return rows, {"op_table": table, "trace": trace, "memory": memory}
+    return rows, {"op_table": table, "trace": trace, "step_ms_by_kind": kinds, "memory": memory}
 
 
 # Figures ---------------------------------------------------------------------------------
@@ -329,40 +362,46 @@ def save(figure, folder, name):
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def draw(folder, rows, trace, compiled, memory, peak, place):
-    kinds = op_kinds(compiled, trace)
-    figure, axes = new_axes(2.8)
-    names = list(kinds)
-    axes.barh(names[::-1], [kinds[n] for n in names[::-1]],
-              color=[BLUE if "product" in n else ORANGE for n in names[::-1]])
-    for i, n in enumerate(names[::-1]):
-        axes.text(kinds[n], i, f" {kinds[n]:.1f} ms", va="center")
-    axes.set(xlabel="ms a step, on the thread that launches the operation")
-    save(figure, folder, "trace")
+def draw(bench):
+    """figures/ from results/bench.json."""
+    kinds = bench["details"].get("step_ms_by_kind")
+    if kinds:
+        figure, axes = new_axes(2.8)
+        names = list(kinds)[::-1]
+        axes.barh(names, [kinds[n] for n in names], color=[BLUE if "product" in n else ORANGE for n in names])
+        for i, n in enumerate(names):
+            axes.text(kinds[n], i, f" {kinds[n]:.1f} ms", va="center")
+        axes.set(xlabel="ms a step, on the thread that launches the operation")
+        save(figure, HERE / "figures", "trace")
 
     figure, axes = new_axes()
+    memory = bench["details"]["memory"]
     for remat, colour, label in ((False, BLUE, "activations saved"), (True, ORANGE, "recomputed (--remat)")):
         points = [(m["context"], m["temp_MiB"]) for m in memory if m["remat"] is remat]
         axes.plot(*zip(*points), color=colour, marker="o")
-        axes.annotate(label, points[-1], xytext=(-4, 4), textcoords="offset points", color=colour, ha="right")
-    axes.set(xscale="log", xlabel="context T (tokens a step held at 768, 1024 for T = 1024)", ylabel="temporaries (MiB)",
-             xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
+        axes.annotate(label, points[1], xytext=(0, 8), textcoords="offset points", color=colour)
+    axes.set(xscale="log", xlabel="context T (768 tokens a step; 512 at T = 512, 1024 at T = 1024)",
+             ylabel="temporaries (MiB)", xticks=[64, 128, 256, 512, 1024],
+             xticklabels=["64", "128", "256", "512", "1024"])
     axes.minorticks_off()
     axes.set_ylim(0)
-    save(figure, folder, "memory")
+    save(figure, HERE / "figures", "memory")
 
     figure, axes = new_axes()
+    value = {(r["name"], r["metric"]): r["value"] for r in bench["rows"]}
+    flops, bandwidth = value["machine", "peak float32"], value["machine", "peak bandwidth"]
+    intensity = value["step 4 x 128", "intensity"]
+    reached = value["step 4 x 128", "share of peak"] * flops
     x = np.logspace(-1, 3, 200)
-    axes.loglog(x, np.minimum(peak.flops_per_s, x * peak.bytes_per_s) / 1e9, color=GREY)
-    axes.annotate(f"{peak.bytes_per_s / 1e9:.0f} GB/s", (0.4, 0.4 * peak.bytes_per_s / 1e9), color=GREY,
-                  xytext=(6, -10), textcoords="offset points")
-    axes.annotate(f"{peak.flops_per_s / 1e9:.0f} GFLOP/s", (300, peak.flops_per_s / 1e9), color=GREY,
-                  xytext=(0, 4), textcoords="offset points")
-    axes.plot(place.intensity, place.flops_per_s / 1e9, "o", color=BLUE)
-    axes.annotate("training step, 4 x 128", (place.intensity, place.flops_per_s / 1e9), color=BLUE,
-                  xytext=(8, -4), textcoords="offset points")
+    axes.loglog(x, np.minimum(flops, x * bandwidth), color=GREY)
+    axes.annotate(f"{bandwidth:.0f} GB/s", (0.4, 0.4 * bandwidth), color=GREY, xytext=(6, -10),
+                  textcoords="offset points")
+    axes.annotate(f"{flops:.0f} GFLOP/s", (300, flops), color=GREY, xytext=(0, 4), textcoords="offset points")
+    axes.plot(intensity, reached, "o", color=BLUE)
+    axes.annotate("training step, 4 x 128", (intensity, reached), color=BLUE, xytext=(8, -4),
+                  textcoords="offset points")
     axes.set(xlabel="intensity (FLOP/byte, bytes as XLA counts them)", ylabel="GFLOP/s (float32)")
-    save(figure, folder, "roofline")
+    save(figure, HERE / "figures", "roofline")
 
 
 def op_kinds(compiled, trace):
@@ -389,8 +428,7 @@ def op_kinds(compiled, trace):
 def losses(seeds=(0, 1, 2)):
     """Full `cpu` runs of train.py, and the twin trained from the same parameters on the same batches."""
     import subprocess
-    corpus = data.load("tiny_shakespeare")
-    rows = []
+    corpus, rows = data.load("tiny_shakespeare"), []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
@@ -399,14 +437,14 @@ def losses(seeds=(0, 1, 2)):
             wall = time.perf_counter() - began
             result = json.loads(Path(folder, "run", "result.json").read_text(encoding="utf-8"))
             curve = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-            twin = json.loads(subprocess.run(
-                [sys.executable, str(HERE / "bench.py"), "--twin", str(seed)], check=True, cwd=folder,
-                stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
         rows.append({"seed": seed, "val_loss": result["val_loss"], "wall_s": wall, "compile_s": result["compile_s"],
-                     "tokens_per_s": result["tokens_per_s"], "twin_val_loss": twin["val_loss"],
-                     "twin_wall_s": twin["wall_s"],
+                     "tokens_per_s": result["tokens_per_s"],
                      "curve": [[r["step"], r["eval_val_loss"]] for r in curve if "eval_val_loss" in r]})
-        print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
+    for entry in rows:
+        twin = subprocess.run([sys.executable, str(HERE / "bench.py"), "--twin", str(entry["seed"])], check=True,
+                              stdout=subprocess.PIPE, text=True)
+        entry["twin_val_loss"] = json.loads(twin.stdout.splitlines()[-1])["val_loss"]
+        print({key: value for key, value in entry.items() if key != "curve"}, flush=True)
     means = {key: statistics.mean(r[key] for r in rows) for key in ("val_loss", "twin_val_loss", "wall_s")}
     return {"provenance": profiling.provenance(), "characters": len(corpus.val), "mean": means, "rows": rows}
 
@@ -426,10 +464,8 @@ def train_twin(seed):
     lr = np.asarray(jax.jit(jax.vmap(train.schedule(cfg)))(jnp.arange(cfg.max_iters)))
     twin = torch_twin.GPT(len(corpus.vocab), cfg.context, cfg.n_layer, cfg.n_head, cfg.n_embd).load(params)
     optimizer = torch_twin.adamw(twin, cfg.lr, cfg.weight_decay, beta2=0.99)
-    began = time.perf_counter()
     for step in range(cfg.max_iters):
         torch_twin.train_step(twin, optimizer, x[step], y[step], float(lr[step]), cfg.grad_clip)
-    wall = time.perf_counter() - began
     nats = count = 0
     tokens, targets = (torch.from_numpy(a).long() for a in data.all_windows(corpus.val, cfg.context, model.IGNORE))
     with torch.no_grad():
@@ -438,7 +474,7 @@ def train_twin(seed):
             logits = twin(tokens[i:i + 100]).flatten(0, 1)
             nats += torch.nn.functional.cross_entropy(logits, y, ignore_index=model.IGNORE, reduction="sum").item()
             count += int((y != model.IGNORE).sum())
-    print(json.dumps({"val_loss": nats / count, "wall_s": wall}))
+    print(json.dumps({"val_loss": nats / count}))
 
 
 # README ----------------------------------------------------------------------------------
@@ -452,7 +488,7 @@ def readme_tables():
         if older.exists() else {}
     speeds = {r["name"]: r for r in bench["rows"] if r["metric"] == "tokens_per_s"}
     ratios = [r for r in bench["rows"] if r["metric"] == "ratio" and not r["name"].startswith("choice")]
-    speed = [{"what": r["name"].replace(", 1 of 2", "").replace(": jax", ": JAX"),
+    speed = [{"what": r["name"].replace(", against no cache", "").replace(": jax", ": JAX"),
               "tokens/s": f"{speeds[r['name']]['value']:,.0f}",
               "spread": f"{speeds[r['name']]['min']:,.0f} to {speeds[r['name']]['max']:,.0f}",
               "beside": r["baseline"].split(": ")[1],
@@ -478,8 +514,23 @@ def readme_tables():
     return {name: profiling.markdown_table(rows) for name, rows in tables.items()} | {"provenance": line}
 
 
+def draw_losses(loss):
+    """Validation loss over the runs of losses.json, with the twin's final value as a line."""
+    figure, axes = new_axes()
+    for r, colour in zip(loss["rows"], (BLUE, ORANGE, GREEN)):
+        axes.plot(*zip(*r["curve"]), color=colour, marker="o", markersize=3, label=f"seed {r['seed']}")
+    axes.axhline(loss["mean"]["twin_val_loss"], color=GREY, linestyle="--")
+    axes.annotate("PyTorch twin at the end, mean", (0, loss["mean"]["twin_val_loss"]), color=GREY, xytext=(4, -12),
+                  textcoords="offset points")
+    axes.set(xlabel="step", ylabel="validation loss (nats a character)")
+    axes.legend(frameon=False)
+    save(figure, HERE / "figures", "losses")
+
+
 def write_readme():
-    """Puts each table between its marks, <!-- table:NAME --> and <!-- /table -->."""
+    """Draws the figures and puts each table between its marks, <!-- table:NAME --> and <!-- /table -->."""
+    draw(json.loads((HERE / "results" / "bench.json").read_text(encoding="utf-8")))
+    draw_losses(json.loads((HERE / "results" / "losses.json").read_text(encoding="utf-8")))
     path = HERE / "README.md"
     text = path.read_text(encoding="utf-8")
     for name, table in readme_tables().items():
@@ -491,7 +542,7 @@ def write_readme():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--quick", "--losses", "--readme"):
+    for flag in ("--quick", "--choices", "--losses", "--readme"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--twin", type=int, help=argparse.SUPPRESS)
@@ -504,23 +555,30 @@ def main():
         return write_readme()
     run.prepare_host()
     if args.losses:
-        run.write_json(HERE / "results" / "losses.json", losses())
+        loss = losses()
+        (HERE / "results").mkdir(exist_ok=True)
+        run.write_json(HERE / "results" / "losses.json", loss)
+        return write_readme() if (HERE / "results" / "bench.json").exists() else None
+    if args.choices:
+        path = HERE / "results" / "bench.json"
+        bench = json.loads(path.read_text(encoding="utf-8"))
+        bench["details"]["choices_provenance"] = profiling.provenance()
+        bench["rows"] = [r for r in bench["rows"] if not r["name"].startswith("choice")] + choice_rows(rounds=5)
+        run.write_json(path, bench)
         return write_readme()
     provenance = profiling.provenance()  # before anything runs: the load average is that of the quiet machine
-    rounds = 2 if args.quick else 5
-    rows = training_rows(rounds) + generation_rows(rounds) + ablation_rows(rounds)
-    figures = HERE / "figures" if not args.quick and jax.__version_info__ >= (0, 12) else None
-    profile, details = profile_rows(figures)
-    result = {"provenance": provenance, "rows": rows + profile, "details": details}
-    if args.quick:
-        Path("out").mkdir(exist_ok=True)
-        run.write_json(Path("out") / "bench-quick.json", result)
-    else:
-        (HERE / "results").mkdir(exist_ok=True)
-        reference = jax.__version_info__ >= (0, 12)
-        run.write_json(HERE / "results" / ("bench.json" if reference else "bench-jax-0.10.json"), result)
-        if reference:
-            write_readme()
+    reference = jax.__version_info__ >= (0, 12)  # older versions: only the ratios, to stand beside the reference's
+    rounds = 2 if args.quick else 5 if reference else 3
+    rows, details = training_rows(rounds) + generation_rows(rounds), {}
+    if reference or args.quick:
+        profile, details = profile_rows()
+        rows += profile + choice_rows(rounds)
+    folder, name = (Path("out"), "bench-quick.json") if args.quick else \
+        (HERE / "results", "bench.json" if reference else "bench-jax-0.10.json")
+    folder.mkdir(exist_ok=True)
+    run.write_json(folder / name, {"provenance": provenance, "rows": rows, "details": details})
+    if reference and not args.quick and (HERE / "results" / "losses.json").exists():
+        write_readme()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Source: Radford et al. 2019 (GPT-2); layout and initialisation as in nanoGPT and
 
 The residual stream is kept as (N, D): on XLA:CPU a product of two matrices meets the fast library call,
 a product with a (B, T, D) operand does not, and its weight gradient drags transposes along.
-`python bench.py` measures this and the other choices that a comment gives a ratio for.
+What this and the other choices made for speed are worth, bench.py measures and README.md lists ("choice: ...").
 """
 from dataclasses import dataclass
 from functools import partial
@@ -161,8 +161,8 @@ def attention_reference(q, k, v, rate=0.0, key=None):
 
 
 def attention(q, k, v, rate=0.0, key=None):
-    """attention_reference; without dropout its VJP is the one below: 1.05x the training step here, because the
-    probabilities are saved in v's dtype and their transposes are laid out before they are multiplied."""
+    """attention_reference; without dropout its VJP is the one below, which saves the probabilities in v's dtype and
+    lays out their transposes before it multiplies them. Forward mode needs attention_reference."""
     if key is not None and rate > 0:
         return attention_reference(q, k, v, rate, key)
     return _attend(q, k, v)
@@ -182,7 +182,10 @@ def _attend_fwd(q, k, v):
 def _attend_bwd(residual, dy):
     """dP = dY V^T;  dS = P * (dP - rowsum(dP * P)), and rowsum(dP * P) = rowsum(dY * Y) (Dao et al. 2022, B.4)."""
     q, k, v, p, y = residual
-    transposed = lambda a: lax.optimization_barrier(a.swapaxes(2, 3))
+
+    def transposed(a):
+        return lax.optimization_barrier(a.swapaxes(2, 3))
+
     dp = wide_matmul(dy, v.swapaxes(2, 3))
     ds = widen(p) * (dp - (widen(dy) * widen(y)).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
     ds = lax.optimization_barrier(ds.astype(q.dtype))
@@ -193,8 +196,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def split_heads(qkv, B, H):
-    """(N, 3D) -> q, k, v: (B, H, T, K) each. This order of axes keeps each head's keys contiguous: the cache
-    in (B, T, H, K) order decodes at half the speed."""
+    """(N, 3D) -> q, k, v: (B, H, T, K) each: in this order each head's keys lie together, as decoding reads them."""
     N, D3 = qkv.shape
     return jnp.moveaxis(qkv.reshape(B, N // B, 3, H, D3 // 3 // H), (2, 3), (0, 2))
 
@@ -221,9 +223,8 @@ def block(x, p, cfg, B, attention, key):
 
 
 def layers_of(params, cfg):
-    """The blocks as a list of L dicts (as they are, where they are a list already). Unrolled layers run 1.08x as
-    fast as scanned ones here and compile as quickly at 4 to 6 layers; `split` has a concatenation as its gradient,
-    where indexing has a sum of L padded arrays."""
+    """The blocks as a list of L dicts (as they are, where they are a list already): unrolled layers run faster
+    here than scanned ones. `split` has a concatenation as its gradient, indexing a sum of L padded arrays."""
     if isinstance(params["blocks"], list):
         return params["blocks"]
     parts = {name: lax.split(a, [1] * cfg.n_layer) for name, a in params["blocks"].items()}
@@ -303,8 +304,9 @@ def prefill(params, tokens, length, cfg):
 def pack(params, cfg, B):
     """The parameters as decode_step reads them for a batch of B: layers apart and, for B = 1, weights as (O, I).
 
-    A row times a matrix is bound by reading the matrix, and XLA:CPU reads (O, I) faster, by rows that it shares
-    out among threads: 1.7x here, with huge pages. From 2 rows on (I, O) is the faster one.
+    A row times a matrix is bound by reading the matrix. As (O, I), XLA:CPU turns it into a loop over outputs,
+    shared out among threads, each of which reads its rows from end to end; as (I, O) it calls the matrix library,
+    which reached 0.6 of that bandwidth. From a few rows on the library is the faster one.
     """
     layers = layers_of(params, cfg)
     if B == 1:

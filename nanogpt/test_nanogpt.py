@@ -369,7 +369,11 @@ def test_only_matrices_decay():
     cfg = train.Config(n_layer=1, n_head=1, n_embd=4, context=4, max_iters=2, warmup_iters=0, lr=0.1)
     params = jax.tree.map(jnp.ones_like, init_params(jax.random.key(0), cfg.model(3)))
     optimizer = train.optimizer(cfg)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+
+    @jax.jit
+    def update(params):
+        return optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+    updates = update(params)
     moved = {jax.tree_util.keystr(path, simple=True, separator="/")
              for path, u in jax.tree_util.tree_leaves_with_path(updates) if bool((u != 0).any())}
     assert moved == {"wte", "wpe", "blocks/w_qkv", "blocks/w_proj", "blocks/w_fc", "blocks/w_out"}
@@ -429,11 +433,25 @@ def test_a_truncated_newest_checkpoint_is_skipped_with_a_warning(six_steps, tmp_
         run.Checkpoints(folder).restore("latest", state)
 
 
-def test_a_non_finite_gradient_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
-    flags = ("--log-interval=1", "--eval-interval=2", "--grad-clip=1e30", "--warmup-iters=0")
-    done = command("train.py", *TINY, *flags, "--lr=1e20", "--max-iters=9", "--out-dir=run", cwd=tmp_path)
-    assert done.returncode == 1 and "error: step " in done.stderr and not (tmp_path / "run" / "result.json").exists()
-    assert "Traceback" not in done.stderr
+def test_a_non_finite_loss_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "schedule", lambda cfg: lambda step: jnp.where(step < 5, 1e-3, 1e30))
+    folder = tmp_path / "run"
+    with pytest.raises(FloatingPointError, match="step 5: validation loss"):  # found before it is saved
+        fit(folder, "--max-iters=9", "--log-interval=1", "--eval-interval=2")
+    assert not (folder / "result.json").exists()
+    cfg = run.load_config(folder, train.Config)
+    checkpoints = run.Checkpoints(folder)
+    _, meta = checkpoints.restore("latest", {})
+    state, _ = checkpoints.restore("latest", train.init_state(cfg, cfg.model(len(meta["vocab"]))))
+    with pytest.raises(FloatingPointError, match="step 6: loss"):  # without an evaluation the next step shows it
+        fit(tmp_path / "blind", "--max-iters=9", "--log-interval=1", "--eval-interval=9")
+    assert meta["step"] == 4 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_non_finite_loss_exits_with_status_1(tmp_path):
+    done = command("train.py", *TINY, "--lr=1e30", "--grad-clip=1e30", "--warmup-iters=0", "--max-iters=5",
+                   cwd=tmp_path)
+    assert done.returncode == 1 and "error: step " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_sigterm_finishes_the_step_and_saves(tmp_path):
@@ -556,6 +574,35 @@ def test_the_training_step_compiles_for_a_tpu():
         pytest.skip(f"not verified: {why}")
     assert compiled.memory_analysis().temp_size_in_bytes > 0
     assert "opt-barrier" not in compiled.as_text()  # the CPU's form of the weight gradient stays on the CPU
+
+
+# What the README says ---------------------------------------------------------------------
+
+def test_the_tables_of_the_readme_are_those_of_results():
+    import bench
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    for name, table in bench.readme_tables().items():
+        assert f"<!-- table:{name} -->\n{table.rstrip()}\n<!-- /table -->" in text, name
+
+
+def test_results_hold_every_ratio_of_the_readme():
+    results = json.loads((HERE / "results" / "bench.json").read_text(encoding="utf-8"))
+    assert results["provenance"]["jax"].startswith("0.12")
+    assert all(set(row) >= {"name", "metric", "value", "unit", "baseline", "ratio", "predicted"}
+               for row in results["rows"])
+    names = {row["name"] for row in results["rows"] if row["metric"] == "ratio"}
+    assert {"train 4 x 128: jax", "train 6 x 384: jax", "train 6 x 384 bfloat16: jax",
+            "generate 6 x 384, B 1: jax cached", "generate 6 x 384, B 8: jax cached"} <= names
+
+
+@pytest.mark.slow
+def test_bench_quick_repeats_the_rows(tmp_path):
+    done = subprocess.run([sys.executable, str(HERE / "bench.py"), "--quick"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    quick = json.loads((tmp_path / "out" / "bench-quick.json").read_text())["rows"]
+    committed = json.loads((HERE / "results" / "bench.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["name"] for row in quick] == [row["name"] for row in committed]
 
 
 @pytest.mark.slow

@@ -520,7 +520,7 @@ def draw_losses(loss):
     for r, colour in zip(loss["rows"], (BLUE, ORANGE, GREEN)):
         axes.plot(*zip(*r["curve"]), color=colour, marker="o", markersize=3, label=f"seed {r['seed']}")
     axes.axhline(loss["mean"]["twin_val_loss"], color=GREY, linestyle="--")
-    axes.annotate("PyTorch twin at the end, mean", (0, loss["mean"]["twin_val_loss"]), color=GREY, xytext=(4, -12),
+    axes.annotate("PyTorch twin at the end, mean", (250, loss["mean"]["twin_val_loss"]), color=GREY, xytext=(0, 4),
                   textcoords="offset points")
     axes.set(xlabel="step", ylabel="validation loss (nats a character)")
     axes.legend(frameon=False)

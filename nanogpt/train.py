@@ -1,6 +1,6 @@
 """Trains a character-level GPT on one text, from nothing to something like a play.
 
-    python train.py                        # the `cpu` preset: 0.8M parameters, about a minute on two cores
+    python train.py                        # the `cpu` preset: 0.8M parameters, a minute and a half on two cores
     python train.py --max-iters 200        # a first look
     python train.py --resume               # go on with the newest run
     python train.py --preset gpu           # nanoGPT's GPU setting: 10.7M parameters

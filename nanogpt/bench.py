@@ -1,7 +1,7 @@
 """Profiles nanogpt, and measures it beside the same model in PyTorch on the same machine in the same run.
 
     python bench.py            # everything: results/bench.json, figures/, the tables of README.md; 10 minutes
-    python bench.py --quick    # the same rows from fewer rounds, to out/bench-quick.json; a few minutes
+    python bench.py --quick    # the same rows from fewer rounds, to out/bench-quick.json; 7 minutes
     python bench.py --choices  # only the rows "choice: ...", put into results/bench.json; 3 minutes
     python bench.py --losses   # three full training runs beside three of the twin: results/losses.json; 10 minutes
     python bench.py --readme   # only draws the figures and writes the tables of README.md anew from results/
@@ -234,7 +234,8 @@ def choice_rows(rounds):
     rows = [row("choice: one heap that keeps its memory", "ratio", ratio, "x", "train 4 x 128 without it", ratio)]
     for size, dtype, title, names in (("small", "float32", "4 x 128", CHOICES),
                                       ("large", "bfloat16", "6 x 384 bfloat16", ("weight gradient", "attention"))):
-        specs = {"it": {"side": "jax", "job": "choices", "size": size, "dtype": dtype, "names": list(names)}}
+        specs = {"it": {"side": "jax", "job": "choices", "size": size, "dtype": dtype, "names": list(names),
+                        "turns": 3 if rounds <= 2 else 9}}
         taken = compare(specs, 1)["sides"]["it"]
         for name in names:
             ratio = taken[name]["median"]
@@ -242,7 +243,7 @@ def choice_rows(rounds):
     return rows
 
 
-def jax_choices(cfg, spec, turns=9):
+def jax_choices(cfg, spec):
     """Serves {choice: median over the turns of (time without it / time as it is)}."""
     model_cfg, ids, originals = cfg.model(VOCAB), random_text(), dict(vars(model))
     sides = {}
@@ -255,7 +256,7 @@ def jax_choices(cfg, spec, turns=9):
         vars(model).update(originals)
     seconds = {name: [] for name in sides}
     steps = 25 if cfg.n_embd == SMALL.n_embd else 2
-    for _ in range(turns + 1):  # the first turn warms up
+    for _ in range(spec["turns"] + 1):  # the first turn warms up
         for name, side in sides.items():
             began = time.perf_counter()
             for i in range(steps):

@@ -383,7 +383,7 @@ def test_trace_of_three_real_steps(tmp_path):
 
 # Provenance --------------------------------------------------------------------------------
 def test_provenance_has_no_absolute_path(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--out-dir=/tmp/out/run", "/data", "out/b", "--lr=1/3"])
+    monkeypatch.setattr(sys, "argv", ["/opt/me/train.py", "--out-dir=/tmp/out/run", "/data", "out/b", "--lr=1/3"])
     result = json.loads(json.dumps(provenance()))
     assert result["command"] == "train.py --out-dir=run data out/b --lr=1/3"
     assert result["jax"] == jax.__version__ and result["device_count"] == jax.device_count() and result["cores"] >= 1

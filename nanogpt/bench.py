@@ -380,7 +380,7 @@ def draw(bench):
     for remat, colour, label in ((False, BLUE, "activations saved"), (True, ORANGE, "recomputed (--remat)")):
         points = [(m["context"], m["temp_MiB"]) for m in memory if m["remat"] is remat]
         axes.plot(*zip(*points), color=colour, marker="o")
-        axes.annotate(label, points[1], xytext=(0, 8), textcoords="offset points", color=colour)
+        axes.annotate(label, points[0], xytext=(0, 14), textcoords="offset points", color=colour)
     axes.set(xscale="log", xlabel="context T (768 tokens a step; 512 at T = 512, 1024 at T = 1024)",
              ylabel="temporaries (MiB)", xticks=[64, 128, 256, 512, 1024],
              xticklabels=["64", "128", "256", "512", "1024"])

@@ -5,11 +5,14 @@ before a test module is imported and before each test, the modules of other proj
 project's folder is put first on the import path.
 """
 import atexit
+import gc
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent
 PROJECTS = {folder for folder in ROOT.iterdir() if (folder / "train.py").exists()}
@@ -50,3 +53,13 @@ def pytest_collectstart(collector):
 
 def pytest_runtest_setup(item):
     enter_project(item.path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Linux allows a process 65,530 memory mappings and each compiled program takes several of them: one process
+    that runs every project's tests would reach that, and XLA's compiler then dies of a segmentation fault."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

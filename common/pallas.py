@@ -1,8 +1,8 @@
 """Helpers of the Pallas kernels: interpret switch, tiles and padding, VMEM budget, and TPU proofs without a TPU.
 
 libtpu compiles for a TPU that isn't there: `aot_compile` proves that a kernel is legal and fits, `predict_cycles` runs
-libtpu's static evaluator over the scheduled code. Both need the libtpu wheel (Linux x86_64) and no accelerator.
-A prediction is a prediction: label it so, with generation, clock and versions.
+libtpu's static evaluator over the scheduled code, `slot_use` counts what that code keeps busy. All need the libtpu wheel
+(Linux x86_64) and no accelerator. A prediction is a prediction: label it so, with generation, clock and versions.
 """
 import glob
 import importlib.util
@@ -150,6 +150,24 @@ aot_compile(f, *avals, topology=topology)
 """
 
 
+def _compile_apart(target, kwargs, folder, topology, timeout_s, flags):
+    """Compiles target's program in a process of its own (libtpu reads its flags once) with {dump} in `flags` replaced by
+    an empty folder; returns what is read of that folder as {name: text}, and the child's CompletedProcess."""
+    topology_devices(topology)  # a missing libtpu or a bad name is refused here, not in the child's output
+    with tempfile.TemporaryDirectory() as dump:
+        path = f"{Path(__file__).resolve().parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags.format(dump=dump)}"
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
+        try:
+            child = subprocess.run([sys.executable, "-c", _PREDICT, target, json.dumps(kwargs or {}), topology],
+                                   cwd=folder, env=env, timeout=timeout_s, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{target} on {topology}: no estimate after {timeout_s} s; a dynamic grid can hang the "
+                               "evaluator: profile a twin with a static one, or fewer, larger blocks") from None
+        wanted = (*Path(dump).glob("*.textproto"), *Path(dump).glob("*final_hlo-static-per-bundle-utilization.txt"))
+        return {file.name: file.read_text() for file in wanted}, child
+
+
 def predict_cycles(target: str, kwargs: dict | None = None, folder=".", topology: str = "v5e:1x1",
                    timeout_s: float = 120) -> list[dict]:
     """Cycles of each operation of a program by libtpu's static evaluator, in its own process (flags are read once).
@@ -163,23 +181,42 @@ def predict_cycles(target: str, kwargs: dict | None = None, folder=".", topology
     Limits: bandwidth shared by several streams, and branches on loaded data, aren't seen: `predicted_seconds`
         guards against both.
     """
-    topology_devices(topology)  # a missing libtpu or a bad name is refused here, not in the child's output
-    with tempfile.TemporaryDirectory() as dump:
-        path = f"{Path(__file__).resolve().parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_static_llo_profile_to={dump}"
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": path}
-        try:
-            child = subprocess.run([sys.executable, "-c", _PREDICT, target, json.dumps(kwargs or {}), topology],
-                                   cwd=folder, env=env, timeout=timeout_s, capture_output=True, text=True)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{target} on {topology}: no estimate after {timeout_s} s; a dynamic grid can hang the "
-                               "evaluator: profile a twin with a static one, or fewer, larger blocks") from None
-        text = "".join(file.read_text() for file in Path(dump).glob("*.textproto"))
-    estimates = re.findall(r'hlo_op_name: "(.*)"\s+estimated_cycles: (\d+)', text)
+    files, child = _compile_apart(target, kwargs, folder, topology, timeout_s,
+                                  "--xla_jf_dump_static_llo_profile_to={dump}")
+    estimates = re.findall(r'hlo_op_name: "(.*)"\s+estimated_cycles: (\d+)', "".join(files.values()))
     if child.returncode or not estimates:
         raise RuntimeError(f"{target} on {topology}: exit {child.returncode}, {len(estimates)} estimates\n"
                            f"{child.stderr[-2000:]}")
     return sorted(({"name": name, "cycles": int(cycles)} for name, cycles in estimates), key=lambda e: -e["cycles"])
+
+
+def slot_use(target: str, kwargs: dict | None = None, folder=".", topology: str = "v5e:1x1",
+             timeout_s: float = 120) -> dict[str, dict]:
+    """What a program's Pallas kernels keep busy: the share of each unit's issue slots that the compiled code fills.
+
+    A TPU core issues one bundle of instructions a cycle, with room for so many of each unit: the unit whose slots are
+    nearly full binds. Args, raised errors: as for predict_cycles.
+    Returns: {kernel: {"bundles": int, "MATMUL": share, "XLU": ..., "VALU": ..., "EUP": ..., "VLOAD": ...,
+        "VSTORE:SPILL": ..., ...}}, shares in [0, 1], by libtpu's names: MATMUL and MATPUSH feed the matrix units, XLU
+        moves and reduces across lanes, VALU is the vector arithmetic, EUP exponentials and the like; SPILL and FILL are
+        stores and loads of registers that ran out. Each bundle counts once, however often its loop runs, and branches
+        count in full.
+    """
+    files, child = _compile_apart(target, kwargs, folder, topology, timeout_s,
+                                  "--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true")
+    found = {}
+    for name, text in files.items():
+        kernel = re.fullmatch(r"\d+-([\w.]+?)(?:\.\d+)?-\d+-final_hlo-.*", name)
+        if not kernel or kernel[1] == "TLP":  # the program around the kernels
+            continue
+        _, units, capacities, _, *bundles = text.splitlines()
+        counts = [sum(column) for column in zip(*(map(int, bundle.split()) for bundle in bundles if bundle.strip()))]
+        found[kernel[1]] = {"bundles": len(bundles)} | {
+            unit.strip(): count / (int(capacity) * len(bundles))
+            for unit, capacity, count in zip(units.split(","), capacities.split(), counts)}
+    if child.returncode or not found:
+        raise RuntimeError(f"{target} on {topology}: exit {child.returncode}, no bundles\n{child.stderr[-2000:]}")
+    return found
 
 
 # Clock in Hz (v6e's is assumed), HBM bytes a second, bfloat16 FLOPs a cycle of the matrix units.

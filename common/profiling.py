@@ -153,12 +153,14 @@ def _load() -> float | None:
 
 
 def compare(commands: dict[str, list[str]], rounds: int = 5, env: dict[str, dict[str, str]] | None = None,
-            timeout_s: float = 600) -> dict:
+            timeout_s: float = 600, fresh: bool = False) -> dict:
     """Runs each side in a process of its own (thread pools disturb each other), in turns A B A B ...
 
     commands: side -> command line of a worker script, which ends in `serve(run_once)`; it can import `common`.
     env: side -> extra environment variables.  timeout_s: for one set-up or one run.
     Sides set up one after the other, then take turns, so that a slow spell of the machine meets all of them.
+    fresh: a new process for each run. Systems take memory back from a process that waits (Linux's DAMON does, and
+    splits huge pages): where that counts, a waiting worker is slower than the program it stands for.
     Returns {"sides": {side: {metric: {"median", "min", "max", "values"}}}, "provenance": {side: {...}}, "rounds",
     "load_before", "load_after"}: load averages over one minute (None where the system has none) before the first
     set-up, when the machine should be quiet, and after the last round.
@@ -172,15 +174,20 @@ def compare(commands: dict[str, list[str]], rounds: int = 5, env: dict[str, dict
         raise ValueError(f"env for {sorted(set(env) - set(commands))}, but the sides are {sorted(commands)}")
     load_before, runs, provenance = _load(), {name: [] for name in commands}, {}
     with contextlib.ExitStack() as stack:
-        workers = []
-        for name, command in commands.items():
-            workers.append(_Worker(name, command, env.get(name, {})))
-            stack.callback(workers[-1].close)
-            provenance[name] = workers[-1].receive(timeout_s)
+        def started(name: str) -> _Worker:
+            worker = _Worker(name, commands[name], env.get(name, {}))
+            stack.callback(worker.close)
+            provenance[name] = worker.receive(timeout_s)
             del provenance[name]["ready"]
+            return worker
+
+        waiting = {} if fresh else {name: started(name) for name in commands}
         for _ in range(rounds):
-            for worker in workers:
-                runs[worker.name].append(worker.run(timeout_s))
+            for name in commands:
+                worker = waiting.get(name) or started(name)
+                runs[name].append(worker.run(timeout_s))
+                if fresh:
+                    worker.close()
         load_after = _load()
 
     def summary(values: list[float]) -> dict:

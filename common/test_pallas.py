@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import common.pallas
 from common.pallas import (AotUnavailable, aot_compile, budget, interpret, pad_axis, pick_tile, predict_cycles,
-                           predicted_seconds, round_up, topology_devices, vmem_bytes)
+                           predicted_seconds, round_up, slot_use, topology_devices, vmem_bytes)
 
 needs_libtpu = pytest.mark.skipif(not (sys.platform == "linux" and platform.machine() == "x86_64"),
                                   reason="not verified: TPU compiles and predictions; libtpu is for Linux x86_64 only")
@@ -212,6 +212,13 @@ def test_predicts_no_less_than_the_matrix_unit_needs():
     assert bound <= kernel["cycles"] < 3 * bound
     seconds = predicted_seconds(kernel["cycles"], 2 * 2 * n**2 * 2 + 2 * n**2, 2 * n**3, "v5e")
     assert seconds == kernel["cycles"] / 1.5e9
+
+
+@needs_libtpu
+def test_slot_use_of_a_product_is_that_of_the_matrix_unit():
+    (used,) = slot_use("test_pallas:build_matmul", {"n": 1024}, folder=HERE).values()
+    assert used["bundles"] > 1000 and all(0 <= share <= 1 for name, share in used.items() if name != "bundles")
+    assert used["MATMUL"] > 0.3 > used["EUP"] == 0  # a product has no exponentials
 
 
 @needs_libtpu

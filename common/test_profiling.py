@@ -140,6 +140,14 @@ def test_compare_takes_turns_among_chatter(worker):
     json.dumps(result)
 
 
+def test_compare_starts_a_new_process_for_each_run_when_asked(worker):
+    result = compare({name: worker(name) for name in "AB"}, rounds=2, timeout_s=60, fresh=True)
+    assert Path("log").read_text() == "(A)A(B)B(A)A(B)B"
+    assert result["sides"]["A"]["seconds"]["values"] == [1, 1]  # a worker's first run each time
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("A.pid").read_text()), 0)
+
+
 def test_compare_reports_a_dead_worker_and_ends_the_others(worker):
     with pytest.raises(RuntimeError, match=r"side 'B' ended with exit status 1(?s:.*)planted failure"):
         compare({"A": worker("A"), "B": worker("B", fail=2)}, rounds=3, timeout_s=60)

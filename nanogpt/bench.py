@@ -4,6 +4,8 @@
     python bench.py --quick    # the same rows from fewer rounds, to out/bench-quick.json; 7 minutes
     python bench.py --choices  # only the rows "choice: ...", put into results/bench.json; 3 minutes
     python bench.py --losses   # three full training runs beside three of the twin: results/losses.json; 10 minutes
+    python bench.py --kernels  # the attention kernels on TPUs, predicted: results/kernels.json; 15 minutes
+    python bench.py --ports    # model.py beside its ports in Flax NNX and Equinox: results/ports.json; 3 minutes
     python bench.py --readme   # only draws the figures and writes the tables of README.md anew from results/
 
 Legend: B batch, T context, D width, L layers, V vocabulary.
@@ -50,24 +52,18 @@ def worker(spec):
      "torch generate": torch_generate, "jax choices": jax_choices}[f"{spec['side']} {spec['job']}"](cfg, spec)
 
 
-def serve_steps(step, block, cfg, seconds):
-    """Serves runs of about `seconds` of training steps each, after a few that don't count: a process that waited
-    for its turn comes back to cold caches and to memory that the system took for idle."""
-    step(), block()
+def serve_steps(steps, cfg, seconds):
+    """Serves runs of about `seconds` of training steps each, after half as many that don't count: a process's first
+    fifty steps are slower than the rest. steps(n): makes n steps and waits for them."""
+    steps(1)
     began = time.perf_counter()
-    for _ in range(3):
-        step()
-    block()
+    steps(3)
     n = max(2, round(seconds / (time.perf_counter() - began) * 3))
 
     def once():
-        for _ in range(max(1, n // 5)):
-            step()
-        block()
+        steps(-(-n // 2))
         began = time.perf_counter()
-        for _ in range(n):
-            step()
-        block()
+        steps(n)
         s = (time.perf_counter() - began) / n
         return {"ms_per_step": 1e3 * s, "tokens_per_s": cfg.batch_size * cfg.context / s}
     profiling.serve(once)
@@ -77,13 +73,16 @@ def jax_train(cfg, spec):
     ablate(spec.get("without"))
     model_cfg = cfg.model(VOCAB)
     state, ids = train.init_state(cfg, model_cfg), random_text()
-    compiled = train.train_step.lower(state, ids, jnp.int32(0), cfg, model_cfg).compile()
+    compiled = train.compile_steps(state, ids, cfg, model_cfg)
     box = {"state": state, "step": 0}
 
-    def step():
-        box["state"], box["got"] = compiled(box["state"], ids, jnp.int32(box["step"]))
-        box["step"] += 1
-    serve_steps(step, lambda: jax.block_until_ready(box["got"]), cfg, spec.get("seconds", 4.0))
+    def steps(n):
+        for first in range(box["step"], box["step"] + n, train.DISPATCH):
+            last = min(first + train.DISPATCH, box["step"] + n)
+            box["state"], box["got"] = compiled(box["state"], ids, np.int32(first), np.int32(last))
+        box["step"] += n
+        jax.block_until_ready(box["got"])
+    serve_steps(steps, cfg, spec.get("seconds", 4.0))
 
 
 def torch_train(cfg, spec):
@@ -94,14 +93,15 @@ def torch_train(cfg, spec):
     if spec.get("compiled"):
         twin.forward = torch.compile(twin.forward)
     ids = torch.randint(0, VOCAB, (100_000,))
-    box = {}
 
-    def step():
-        starts = torch.randint(len(ids) - cfg.context, (cfg.batch_size,))
-        x = torch.stack([ids[i:i + cfg.context] for i in starts])
-        y = torch.stack([ids[i + 1:i + 1 + cfg.context] for i in starts])
-        box["loss"] = torch_twin.train_step(twin, optimizer, x, y, cfg.lr, cfg.grad_clip, cfg.dtype == "bfloat16")
-    serve_steps(step, lambda: box["loss"].item(), cfg, spec.get("seconds", 4.0))
+    def steps(n):
+        for _ in range(n):
+            starts = torch.randint(len(ids) - cfg.context, (cfg.batch_size,))
+            x = torch.stack([ids[i:i + cfg.context] for i in starts])
+            y = torch.stack([ids[i + 1:i + 1 + cfg.context] for i in starts])
+            loss = torch_twin.train_step(twin, optimizer, x, y, cfg.lr, cfg.grad_clip, cfg.dtype == "bfloat16")
+        loss.item()
+    serve_steps(steps, cfg, spec.get("seconds", 4.0))
 
 
 def jax_generate(cfg, spec):
@@ -175,11 +175,11 @@ def ablate(without):
                                                for i in range(cfg.n_layer)]
 
 
-def compare(specs, rounds):
+def compare(specs, rounds, fresh=False):
     seconds = 1.0 if rounds <= 2 else 4.0  # of training in each run: as long as the machine's slow spells, or --quick
     commands = {name: [sys.executable, str(HERE / "bench.py"), "--worker", json.dumps({"seconds": seconds, **spec})]
                 for name, spec in specs.items()}
-    return profiling.compare(commands, rounds=rounds)
+    return profiling.compare(commands, rounds=rounds, fresh=fresh)
 
 
 # Rows ------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def row(name, metric, value, unit, baseline=None, ratio=None):
             "predicted": False}
 
 
-def against(title, specs, rounds, baselines, metric="tokens_per_s"):
+def against(title, specs, rounds, baselines, metric="tokens_per_s", fresh=False):
     """Rows of every side, ours with its ratio to each baseline; the load average rides along."""
-    got = compare(specs, rounds)
+    got = compare(specs, rounds, fresh)
     rows = []
     for name in specs:
         s = got["sides"][name][metric]
@@ -216,20 +216,20 @@ def training_rows(rounds):
         if size == "small":
             specs["torch.compile"] = {"side": "torch", "compiled": True, **base}
             baselines.append(("jax", "torch.compile"))
-        rows += against(title, specs, rounds, baselines)
+        rows += against(title, specs, rounds, baselines, fresh=True)
     return rows
 
 
 CHOICES = {"flat": "products of 2-D operands", "unrolled": "layers unrolled, not scanned",
            "weight gradient": "own form of the weight gradient", "attention": "attention's own VJP",
-           "split": "layers by split, not by index"}
+           "split": "layers by split, not by index", "dispatch": "8 steps a dispatch, not 1"}
 
 
 def choice_rows(rounds):
     """The step as it is against the step without one choice. The variants are all JAX, so one process holds them
     and they take turns every second: far steadier than processes that wait for each other."""
     specs = {"as it is": {"side": "jax", "job": "train", "size": "small"}}
-    got = compare(specs | {"without": {**specs["as it is"], "without": "heap"}}, rounds)
+    got = compare(specs | {"without": {**specs["as it is"], "without": "heap"}}, rounds, fresh=True)
     ratio = profiling.ratio(got, "tokens_per_s", "as it is", "without")
     rows = [row("choice: one heap that keeps its memory", "ratio", ratio, "x", "train 4 x 128 without it", ratio)]
     for size, dtype, title, names in (("small", "float32", "4 x 128", CHOICES),
@@ -249,18 +249,18 @@ def jax_choices(cfg, spec):
     sides = {}
     for name in (None, *spec["names"]):
         ablate(name)
-        step = jax.jit(lambda state, ids, i: train.train_step.__wrapped__(state, ids, i, cfg, model_cfg),
-                       donate_argnums=0)
+        jax.clear_caches()  # of train_step's jaxpr, made with another model
         state = train.init_state(cfg, model_cfg)
-        sides[name] = [step.lower(state, ids, jnp.int32(0)).compile(), state]
+        sides[name] = [train.compile_steps(state, ids, cfg, model_cfg), state]
         vars(model).update(originals)
     seconds = {name: [] for name in sides}
-    steps = 25 if cfg.n_embd == SMALL.n_embd else 2
+    steps = 24 if cfg.n_embd == SMALL.n_embd else 2
     for _ in range(spec["turns"] + 1):  # the first turn warms up
         for name, side in sides.items():
+            dispatch = 1 if name == "dispatch" else train.DISPATCH
             began = time.perf_counter()
-            for i in range(steps):
-                side[1], got = side[0](side[1], ids, jnp.int32(i))
+            for i in range(0, steps, dispatch):
+                side[1], got = side[0](side[1], ids, np.int32(i), np.int32(min(i + dispatch, steps)))
             jax.block_until_ready(got)
             seconds[name].append(time.perf_counter() - began)
     ratios = {name: statistics.median(a / b for a, b in zip(seconds[name][1:], seconds[None][1:]))
@@ -438,15 +438,14 @@ def losses(seeds=(0, 1, 2)):
             wall = time.perf_counter() - began
             result = json.loads(Path(folder, "run", "result.json").read_text(encoding="utf-8"))
             curve = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        twin = subprocess.run([sys.executable, str(HERE / "bench.py"), "--twin", str(seed)], check=True,
+                              stdout=subprocess.PIPE, text=True)
         rows.append({"seed": seed, "val_loss": result["val_loss"], "wall_s": wall, "compile_s": result["compile_s"],
                      "tokens_per_s": result["tokens_per_s"],
+                     "twin_val_loss": json.loads(twin.stdout.splitlines()[-1])["val_loss"],
                      "curve": [[r["step"], r["eval_val_loss"]] for r in curve if "eval_val_loss" in r]})
-    for entry in rows:
-        twin = subprocess.run([sys.executable, str(HERE / "bench.py"), "--twin", str(entry["seed"])], check=True,
-                              stdout=subprocess.PIPE, text=True)
-        entry["twin_val_loss"] = json.loads(twin.stdout.splitlines()[-1])["val_loss"]
-        print({key: value for key, value in entry.items() if key != "curve"}, flush=True)
-    means = {key: statistics.mean(r[key] for r in rows) for key in ("val_loss", "twin_val_loss", "wall_s")}
+        print({key: value for key, value in rows[-1].items() if key != "curve"}, flush=True)
+    means = {key: statistics.mean(r[key] for r in rows) for key in rows[0] if key not in ("seed", "curve")}
     return {"provenance": profiling.provenance(), "characters": len(corpus.val), "mean": means, "rows": rows}
 
 
@@ -512,7 +511,20 @@ def readme_tables():
     ops = [{"op": r["name"], "fusion": r["fusion"] or "", "shape": r["shape"], "KiB": f"{r['bytes'] / 1024:,.0f}",
             "from": (r["op_name"] or "").split("/")[-1]} for r in bench["details"]["op_table"][:8]]
     tables = {"speed": speed, "choices": choices, "losses": runs, "step": step, "ops": ops}
-    return {name: profiling.markdown_table(rows) for name, rows in tables.items()} | {"provenance": line}
+    written = {name: profiling.markdown_table(rows) for name, rows in tables.items()} | {"provenance": line}
+    attention = HERE / "results" / "kernels.json"
+    if attention.exists():
+        import bench_kernels
+        written |= bench_kernels.readme_tables(json.loads(attention.read_text(encoding="utf-8")))
+    sweep = HERE / "results" / "kernels-sweep.json"
+    if sweep.exists():
+        import bench_kernels
+        written["sweep"] = bench_kernels.sweep_table(json.loads(sweep.read_text(encoding="utf-8"))["rows"])
+    ports = HERE / "results" / "ports.json"
+    if ports.exists():
+        import bench_ports
+        written["ports"] = bench_ports.readme_table(json.loads(ports.read_text(encoding="utf-8")))
+    return written
 
 
 def draw_losses(loss):
@@ -543,7 +555,7 @@ def write_readme():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--quick", "--choices", "--losses", "--readme"):
+    for flag in ("--quick", "--choices", "--losses", "--ports", "--kernels", "--readme"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--twin", type=int, help=argparse.SUPPRESS)
@@ -555,6 +567,14 @@ def main():
     if args.readme:
         return write_readme()
     run.prepare_host()
+    if args.kernels:
+        import bench_kernels
+        bench_kernels.measure_all()
+        return write_readme() if (HERE / "results" / "bench.json").exists() else None
+    if args.ports:
+        import bench_ports
+        run.write_json(HERE / "results" / "ports.json", bench_ports.measure_all())
+        return write_readme()
     if args.losses:
         loss = losses()
         (HERE / "results").mkdir(exist_ok=True)

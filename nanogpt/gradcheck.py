@@ -3,9 +3,9 @@
     python gradcheck.py        # about a minute; exit status 1 if any row fails
 
 Legend: B batch, T time, V vocabulary, L layers.
-The chain: the loss itself (central differences, float64) -> our gradient -> the gradient of an implementation that
-others wrote (transformers' GPT2LMHeadModel, same parameters, float64) -> the optimiser (20 steps of
-torch.optim.AdamW on the same batches) -> gradients that are wrong on purpose.
+The chain: the loss itself (central differences, float64) -> our gradient -> the attention kernels' own (kernels.py,
+interpreted) -> the gradient of an implementation that others wrote (transformers' GPT2LMHeadModel, same parameters,
+float64) -> the optimiser (20 steps of torch.optim.AdamW on the same batches) -> gradients that are wrong on purpose.
 
 Where the tolerances come from: 1e-7 of the differences, see common/gradcheck.py; 1e-9 between two float64
 programs that sum in another order (measured: below 2e-15); 1e-4 of the float32 losses after 20 steps (float32's
@@ -24,10 +24,11 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for common/
 
 import data
+import kernels
 import run
 import train
 from common.gradcheck import (Check, compare, coordinates, directional, from_torch, planted, print_report, scaled,
-                              to_torch, torch_missing, zeroed)
+                              to_torch, torch_missing, vjp, zeroed)
 from model import GPTConfig, attention_reference, forward, init_params, loss_fn
 
 SHAPE = GPTConfig(vocab_size=17, context=12, n_layer=2, n_head=3, n_embd=24, dtype="float64")
@@ -52,6 +53,22 @@ def finite_differences(params, tokens, targets):
     dropped = partial(loss_fn, cfg=dataclasses.replace(SHAPE, dropout=0.3), key=k3)  # one fixed mask is differentiable
     rows += directional(remat, params, tokens, targets, key=k1, n=1, name="finite differences, remat")
     rows += directional(dropped, params, tokens, targets, key=k1, n=1, name="finite differences, dropout")
+    return rows
+
+
+def kernel_rows():
+    """The attention kernels, interpreted, both forms: differences through their own VJP, and the reference's gradient.
+    Sizes that are no multiple of the tile, four tiles along each axis, two query heads to a kv head."""
+    keys = jax.random.split(jax.random.key(4), 4)
+    shapes = (1, 2, 29, 8), (1, 1, 31, 8), (1, 1, 31, 8), (1, 2, 29, 8)
+    q, k, v, g = (jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys, shapes))
+    rows = []
+    for form, tile in (("tpu", kernels.Tile(8, 8, keys_first=True)), ("gpu", kernels.Tile(8, 8))):
+        f = partial(kernels.flash_attention, form=form, tiles=kernels.Tiles(tile, tile, tile))
+        rows += vjp(f, q, k, v, key=keys[0], name=f"finite differences, {form} kernel,")
+        got, want = (jax.jit(lambda q, k, v, f=f: dict(zip("qkv", jax.vjp(f, q, k, v)[1](g))))(q, k, v)
+                     for f in (f, kernels.attention_reference))
+        rows += compare(f"{form} kernel, gradient of", got, want, 1e-9)
     return rows
 
 
@@ -162,7 +179,7 @@ def main():
     run.prepare_host()
     with jax.enable_x64(True):
         setup = setting(jax.random.key(0))
-        rows = finite_differences(*setup)
+        rows = finite_differences(*setup) + kernel_rows()
         if torch_missing():
             rows += [f"transformers GPT2: {torch_missing()}", f"torch AdamW: {torch_missing()}"]
         else:

@@ -104,7 +104,7 @@ def matmul(x, w):
 
 
 def _matmul_fwd(x, w):
-    return matmul(x, w), (x, w)
+    return x @ w.astype(x.dtype), (x, w)  # not matmul: a gradient is differentiated again (Hessian-vector products)
 
 
 def _matmul_bwd(residual, g):
@@ -321,21 +321,22 @@ def linear_row(x, w, b):
     return (widen(product) + b).astype(x.dtype)
 
 
-def decode_step(packed, cache, token, position, cfg):
+def decode_step(packed, cache, token, position, cfg, attend=None):
     """One more token. packed: pack(params, cfg, B); token: (B,) int at `position` (scalar < S); cache: prefill's,
     with the positions before it. Returns logits (B, V) for the next token, and the cache with this one written.
+    attend: attend_cache (the default) or a kernel with its signature.
 
     Every layer reads the *old* cache and scores its own new key apart; all writes come at the end, behind a
     barrier. Written layer by layer, XLA:CPU copies the whole cache once for each of them.
     """
     B, S = token.shape[0], cache[0][0].shape[2]
     x = embed(packed, token[:, None], position[None])  # (B, D)
-    past, new = jnp.arange(S) < position, []
+    past, new, attend = jnp.arange(S) < position, [], attend or attend_cache
     dense = linear_row if B == 1 else linear
     for p, (k_old, v_old) in zip(packed["blocks"], cache):
         h = layer_norm(x, p["ln1_scale"], p["ln1_bias"]).astype(cfg.dtype)
         q, k, v = split_heads(dense(h, p["w_qkv"], p["b_qkv"]), B, cfg.n_head)  # (B, H, 1, K)
-        x = x + dense(merge_heads(attend_cache(q, k, v, k_old, v_old, past)), p["w_proj"], p["b_proj"])
+        x = x + dense(merge_heads(attend(q, k, v, k_old, v_old, past)), p["w_proj"], p["b_proj"])
         x = x + mlp(layer_norm(x, p["ln2_scale"], p["ln2_bias"]).astype(cfg.dtype), p, dense)
         new.append((k, v))
     x, new, cache = lax.optimization_barrier((x, new, cache))

@@ -128,6 +128,19 @@ def test_bfloat16_is_near_float32_and_keeps_float32_gradients(params):
         assert jnp.linalg.norm(a - b) <= 0.03 * jnp.linalg.norm(b) + 1e-4
 
 
+def test_a_gradient_can_be_differentiated_again():
+    """A Hessian-vector product, forward over reverse, against differences of gradients in float64."""
+    with jax.enable_x64(True):
+        cfg = dataclasses.replace(SMALL, n_layer=1, dtype="float64")
+        wide, v = (jax.tree.map(lambda a: a.astype(jnp.float64), init_params(jax.random.key(i), cfg)) for i in (8, 9))
+        gradient = jax.jit(jax.grad(partial(loss_fn, tokens=tokens_of(1), targets=tokens_of(2), cfg=cfg)))
+        got = jax.jvp(gradient, (wide,), (v,))[1]
+        above, below = (gradient(jax.tree.map(lambda p, v: p + eps * v, wide, v)) for eps in (1e-4, -1e-4))
+        for a, up, down in zip(*map(jax.tree.leaves, (got, above, below))):
+            want = (up - down) / 2e-4
+            assert jnp.linalg.norm(a - want) <= 1e-6 * jnp.linalg.norm(want)
+
+
 def test_dropout_needs_a_key_and_keeps_the_mean(params):
     x, y = tokens_of(1), tokens_of(2)
     cfg = dataclasses.replace(SMALL, dropout=0.5)
@@ -473,12 +486,18 @@ def test_the_folder_alone_trains_and_samples(tmp_path):
     """Copied into an empty directory, with nothing of this repository importable."""
     alone = tmp_path / "nanogpt"
     shutil.copytree(HERE, alone, ignore=shutil.ignore_patterns("out", "__pycache__", "results", "figures"))
-    env = {"PYTHONPATH": "", "PYTHONSAFEPATH": ""}
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['common'] = None  # also where it is installed\n")
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": ""}
     done = command("train.py", *TINY, "--max-iters=2", cwd=alone, folder=alone, **env)
     assert done.returncode == 0, done.stderr
     assert json.loads((alone / "out" / "cpu-python-docs-s3" / "result.json").read_text())["steps"] == 2
     done = command("sample.py", "--max-new-tokens=20", "--prompt=The", "--temperature=0", cwd=alone, folder=alone, **env)
     assert done.returncode == 0 and done.stdout.startswith("The") and len(done.stdout) == 24, done.stderr
+
+
+def test_a_short_run_warms_up_over_a_quarter():
+    assert train.CPU.warmup == 100 and train.Config(max_iters=50).warmup == 12
+    assert train.Config(max_iters=50, warmup_iters=2).warmup == 2 and train.Config(max_iters=1).warmup == 0
 
 
 # Command line ----------------------------------------------------------------------------

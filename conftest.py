@@ -22,6 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+# Most of a test's time is compiling: LLVM's optimisations are left out, but for the slow tests of .ci/run. XLA's own
+# passes, which decide what fuses, stay. JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests the programs as users run them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Many tests compile the same program, in this process and in scripts they start: compile it once a session.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -69,7 +69,7 @@ def tiny_script(*flags):
 def command(arguments, cwd, **env):
     """Runs a command as a user would; returns the completed process with its text."""
     return subprocess.run(arguments, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True,
-                          encoding="utf-8", timeout=300)
+                          encoding="utf-8", timeout=900)
 
 
 def fit(folder, *flags):
@@ -609,7 +609,7 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path):
         if line.startswith("step"):
             break
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=300)[0]
     assert process.returncode == 130 and "go on with: python train.py --resume" in rest
     stopped = int(rest.split("stopped after step ")[1].split(",")[0])
     assert metrics(tmp_path / "run")[-1]["step"] == stopped

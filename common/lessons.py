@@ -19,7 +19,7 @@ def exercises(path) -> list[str]:
             and ast.unparse(node.body[-1]).startswith("raise NotImplementedError")]
 
 
-def check(path, wrong: dict[str, str], timeout: float = 300) -> str:
+def check(path, wrong: dict[str, str], timeout: float = 900) -> str:
     """Runs a lesson in a process of its own, from its project's folder, and returns what it printed.
 
     wrong: for each exercise a wrong answer, as source in which the exercise's own name is defined. The answer runs with

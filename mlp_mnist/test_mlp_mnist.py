@@ -40,7 +40,7 @@ def examples(key, B=32):
 def command(script, *arguments, cwd, folder=HERE, **env):
     """Runs a script as a user would; returns the completed process with its text."""
     return subprocess.run([sys.executable, str(folder / script), *arguments], cwd=cwd, env={**os.environ, **env},
-                          capture_output=True, text=True, encoding="utf-8", timeout=300)
+                          capture_output=True, text=True, encoding="utf-8", timeout=900)
 
 
 def fit(folder, *flags):
@@ -471,7 +471,7 @@ def test_sigterm_finishes_the_epoch_and_saves(tmp_path):
         if line.startswith("step"):
             break
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=300)[0]
     assert process.returncode == 130 and "go on with: python train.py --resume" in rest
     stopped = int(rest.split("stopped after step ")[1].split(",")[0])
     assert stopped % 5 == 0 and metrics(tmp_path / "run")[-1]["step"] == stopped

@@ -484,7 +484,7 @@ def readme_tables():
     bench = json.loads((HERE / "results" / "bench.json").read_text(encoding="utf-8"))
     loss = json.loads((HERE / "results" / "losses.json").read_text(encoding="utf-8"))
     older = HERE / "results" / "bench-jax-0.10.json"
-    old = {r["name"]: r for r in json.loads(older.read_text(encoding="utf-8"))["rows"] if r["metric"] == "ratio"} \
+    old = {(r["name"], r["baseline"]): r for r in json.loads(older.read_text(encoding="utf-8"))["rows"] if r["metric"] == "ratio"} \
         if older.exists() else {}
     speeds = {r["name"]: r for r in bench["rows"] if r["metric"] == "tokens_per_s"}
     ratios = [r for r in bench["rows"] if r["metric"] == "ratio" and not r["name"].startswith("choice")]
@@ -493,7 +493,8 @@ def readme_tables():
               "spread": f"{speeds[r['name']]['min']:,.0f} to {speeds[r['name']]['max']:,.0f}",
               "beside": r["baseline"].split(": ")[1],
               "its tokens/s": f"{speeds[r['baseline']]['value']:,.0f}", "ratio": f"**{r['ratio']:.2f}×**",
-              "JAX 0.10": f"{old[r['name']]['ratio']:.2f}×" if r["name"] in old else "not measured"} for r in ratios]
+              "JAX 0.10": f"{old[r['name'], r['baseline']]['ratio']:.2f}×" if (r["name"], r["baseline"]) in old
+              else "not measured"} for r in ratios]
     choices = [{"choice": r["name"].removeprefix("choice: "), "ratio": f"{r['ratio']:.2f}×"}
                for r in bench["rows"] if r["name"].startswith("choice")]
     runs = [{"seed": r["seed"], "validation loss": f"{r['val_loss']:.4f}", "PyTorch twin": f"{r['twin_val_loss']:.4f}",

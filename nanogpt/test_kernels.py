@@ -280,9 +280,9 @@ def test_compiles_for_tpu(topology, causal, sizes, dtype):
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:1x1"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("T, K, dtype", [(2000, 128, jnp.bfloat16), (8191, 64, jnp.bfloat16), (2048, 32, jnp.float32),
-                                         (8192, 128, jnp.float32), (32768, 128, jnp.bfloat16)])
+@pytest.mark.parametrize("causal, T, K, dtype", [
+    (True, 2000, 128, jnp.bfloat16), (False, 8191, 64, jnp.bfloat16), (True, 2048, 32, jnp.float32),
+    (False, 8192, 128, jnp.float32), (True, 32768, 128, jnp.bfloat16)])
 def test_compiles_for_tpu_at_length(topology, causal, T, K, dtype):
     assert kernels_in(aot_compile(forward_and_backward(causal), *avals(8, 2, T, T, K, dtype), topology=topology)) >= 3
 
@@ -401,7 +401,7 @@ def test_without_common_one_line_says_what_is_missing(tmp_path):
         shutil.copy(path, folder)
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['common'] = None  # also where it is installed\n")
     done = subprocess.run([sys.executable, "train.py", "--attention=pallas", "--dataset=python-docs"], cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=300)
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "--attention pallas needs common/" in done.stderr and "notebook" in done.stderr
 

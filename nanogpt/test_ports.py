@@ -248,7 +248,7 @@ def test_raw_needs_neither_framework_and_a_missing_one_is_named():
             "assert not {'flax', 'equinox', 'safetensors', 'tokenizers'} & set(sys.modules), sorted(sys.modules)\n"
             "sys.modules['equinox'] = None\n"
             "train.port(train.parse(['--model', 'eqx']))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr == "error: --model eqx needs the package equinox: pip install equinox\n"
 
 

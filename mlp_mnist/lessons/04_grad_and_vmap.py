@@ -490,12 +490,14 @@ assert jnp.array_equal(jax.vmap(leaky_where)(xs), loop) and jnp.array_equal(jax.
 
 # %% [markdown]
 # **Claim.** `cond` on a batched predicate becomes a selection, and *both* branches run: it saves no time. On an
-# unbatched one it stays a `cond`. JAX feeds the branch not taken a harmless operand, a double where of its own: the
-# gradient of `root_cond` under `vmap` is finite where that of `jnp.where` is NaN.
+# unbatched one it stays a `cond`. Where a branch is not taken, JAX hands it the same operand behind a `stop_gradient`, so
+# that whatever derivative it has there, infinite or NaN, reaches nothing: the gradient of `root_cond` under `vmap` is
+# finite where that of `jnp.where` is NaN.
 
 # %%
 batched = count(jax.vmap(root_cond), xs)
 assert "cond" not in batched and batched["sqrt"] == 1 and batched["select_n"] >= 1
+assert batched["stop_gradient"] == 2  # one for each branch
 apply_if = lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x)
 assert "cond" in count(jax.vmap(apply_if, in_axes=(None, 0)), True, xs)
 assert jax.vmap(jax.grad(root_cond))(xs).tolist() == [0, 0, 0.25]

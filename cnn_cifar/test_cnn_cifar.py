@@ -704,9 +704,12 @@ def test_profile_traces_five_steps(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset, least", [("shapes", 0.97), ("cifar10", 0.75)])
-def test_the_default_run_reaches_its_accuracy(dataset, least, tmp_path):
+@pytest.mark.parametrize("dataset, least", [("shapes", 0.9), ("cifar10", 0.35)])
+def test_a_narrow_network_learns(dataset, least, tmp_path, monkeypatch):
+    """In 150 steps, where guessing is right in a tenth of the cases. What whole runs reach stands in accuracy.json."""
     if dataset == "cifar10" and not (Path(os.environ.get("TFDS_DATA_DIR", "/nowhere")) / "cifar10").is_dir():
         pytest.skip("not verified: TFDS_DATA_DIR names no prepared cifar10")
-    result = train.train(train.Config(dataset=dataset, out_dir=str(tmp_path / "run")))
+    monkeypatch.setattr(data, "shapes", all_shapes)
+    result = train.train(train.Config(dataset=dataset, out_dir=str(tmp_path / "run"), width=8, batch_size=64,
+                                      max_iters=150))
     assert result.test_accuracy >= least and result.test_examples == {"shapes": 2000, "cifar10": 10000}[dataset]

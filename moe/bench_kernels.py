@@ -3,6 +3,8 @@
     python bench_kernels.py             # results/kernels.json
     python bench_kernels.py --readme    # only writes README.md's tables anew from it
 
+An estimate takes seconds to minutes. Those of the same code and versions are kept in out/ and not repeated.
+
 Legend: M rows, K and N axes of a group's matrix, E groups; "dx" and "dw" are the gradients of y = x w.
 Cycles are libtpu's static estimates of compiled code (common.pallas.predict_cycles), labelled predicted. It can't price
 a grid whose length is data, nor index maps that read data. So what is priced is the *static twin*: the same body and
@@ -12,6 +14,7 @@ whose further visits are counted instead (`rows_multiplied`).
 """
 import argparse
 import contextlib
+import hashlib
 import importlib
 import importlib.metadata
 import itertools
@@ -143,6 +146,24 @@ def build_megablox(kernel, shape, tile, interpret=False):
     return f, [x for x, _ in call_of(kernel, shape, tile).inputs]
 
 
+def estimates_file():
+    """Where estimates are kept: another file for other code or other versions of what compiles it."""
+    code = b"".join((HERE / name).read_bytes() for name in ("kernels.py", "bench_kernels.py"))
+    versions = " ".join(importlib.metadata.version(name) for name in ("jax", "libtpu"))
+    return Path("out") / f"kernel-estimates-{hashlib.sha256(code + versions.encode()).hexdigest()[:12]}.json"
+
+
+def kept_estimate(*args):
+    """estimate(*args), from the file where it is there."""
+    path, key = estimates_file(), json.dumps(args)
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if key not in known:
+        known[key] = estimate(*args)
+        path.parent.mkdir(exist_ok=True)
+        run.write_json(path, known)
+    return known[key]
+
+
 def estimate(side, generation, kernel, shape, tile):
     """Predicted cycles of a side's twin ("ours", "megablox"), of all that its program contains."""
     key = {"kernel": kernel, "shape": shape, "tile": tile}
@@ -156,8 +177,8 @@ def predicted(generation, kernel, shape, tile, beside):
     """One row: a kernel at given blocks; beside: megablox at the same ones, too."""
     M, K, N, E = shape
     call, flops = call_of(kernel, shape, tile), 2 * M * K * N
-    cycles = estimate("ours", generation, kernel, shape, tile)
-    theirs = estimate("megablox", generation, kernel, shape, tile) if beside else None
+    cycles = kept_estimate("ours", generation, kernel, shape, tile)
+    theirs = kept_estimate("megablox", generation, kernel, shape, tile) if beside else None
     for value in filter(None, (cycles, theirs)):  # raises ValueError for fewer cycles than the FLOPs take
         pallas.predicted_seconds(value, 0, flops, generation)
     moved = kernels.hbm_bytes(call, np.full(E, M // E))

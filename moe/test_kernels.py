@@ -253,7 +253,7 @@ def test_compiles_for_tpu(topology, sizes):
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:1x1"])
-@pytest.mark.parametrize("sizes", [(8192, 4096, 14336, 8), (8191, 1000, 4100, 32), (8192, 4096, 14336, 8, jnp.float32)])
+@pytest.mark.parametrize("sizes", [(8192, 4096, 14336, 8), (8191, 1000, 4100, 32)])
 def test_compiles_for_tpu_at_length(topology, sizes):
     assert compiled(topology, *sizes) >= 3
 
@@ -272,6 +272,17 @@ def test_tiles_that_do_not_fit_are_refused_with_the_numbers():
     x, w, _, sizes = avals(8192, 8192, 8192, 8)
     with pytest.raises(ValueError, match="VMEM.*take smaller tiles"):
         jax.eval_shape(partial(grouped_matmul, tiles=Tiles(*[Tile(4096, 8192, 8192)] * 3)), x, w, sizes)
+
+
+def test_an_estimate_is_not_repeated_for_the_same_code(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_kernels, "estimate", lambda *args: made.append(args) or len(made))
+    monkeypatch.setattr(bench_kernels.importlib.metadata, "version", lambda name: "1")  # libtpu may be missing
+    asked = [("ours", "v5e", "dx", (8, 8, 8, 1), Tile(8, 8, 8)), ("ours", "v6e", "dx", (8, 8, 8, 1), Tile(8, 8, 8))]
+    assert [bench_kernels.kept_estimate(*args) for args in asked * 2] == [1, 2, 1, 2] and made == asked
+    monkeypatch.setattr(bench_kernels.importlib.metadata, "version", lambda name: "2")
+    assert bench_kernels.kept_estimate(*asked[0]) == 3
 
 
 @needs_libtpu

@@ -22,7 +22,7 @@ import train
 from model import IGNORE, forward, init_params
 
 HERE = Path(__file__).resolve().parent
-TINY = ("--n-layer=2", "--n-head=2", "--n-embd=16", "--context=8", "--n-hidden=8", "--n-experts=4", "--batch-size=4",
+TINY = ("--n-layer=1", "--n-head=2", "--n-embd=16", "--context=8", "--n-hidden=8", "--n-experts=4", "--batch-size=4",
         "--eval-batches=2", "--seed=3", "--dataset=python-docs", "--capacity-factor=1")
 # A run of 6 steps with what could break a resume: random numbers in the router, evaluations, a line a step.
 SIX = ("--max-iters=6", "--jitter=0.1", "--log-interval=1", "--eval-interval=6")
@@ -102,7 +102,7 @@ def test_only_matrices_decay():
 # Steps and evaluation --------------------------------------------------------------------
 
 def test_steps_in_one_dispatch_are_those_one_by_one():
-    cfg = train.parse([*TINY, *SIX])
+    cfg = train.parse([*TINY, *SIX, "--n-layer=2"])
     model_cfg, ids = cfg.model(11), jax.random.randint(jax.random.key(0), (500,), 0, 11).astype(jnp.uint8)
     state = train.init_state(cfg, model_cfg)
     _, got = train.train_steps(jax.tree.map(jnp.copy, state), ids, jnp.int32(2), jnp.int32(5), cfg, model_cfg)
@@ -133,7 +133,7 @@ def test_evaluation_counts_every_character_once_and_its_padding_not_at_all(dispa
     for shape in ((1, 2), (2, 3), (4, 5)):
         got, aux = train.evaluate(params, windows, shape, model_cfg)
         assert abs(got - float(nats) / 59) < 1e-5 and abs(aux["dropped"] - dropped / 59) < 1e-5
-        assert aux["load"].shape == (2, 4) and np.allclose(aux["load"].sum(-1), 1, atol=1e-5)
+        assert aux["load"].shape == (1, 4) and np.allclose(aux["load"].sum(-1), 1, atol=1e-5)
 
 
 def test_the_kernel_trains_as_ragged_dot_does(tmp_path):
@@ -158,7 +158,7 @@ def test_a_run_writes_its_folder(six_steps):
     for row in rows(six_steps):
         assert row["dataset"] == "python-docs"
         prefix = "" if "loss" in row else "eval_"
-        assert np.allclose(np.sum(row[f"{prefix}load"], axis=1), 1, atol=1e-5) and len(row[f"{prefix}load"]) == 2
+        assert np.allclose(np.sum(row[f"{prefix}load"], axis=1), 1, atol=1e-5) and len(row[f"{prefix}load"]) == 1
         assert {f"{prefix}{name}" for name in ("dropped", "balance", "z", "load_entropy")} <= row.keys()
 
 

@@ -112,8 +112,9 @@ FREE_ON_RESUME = {"out_dir", "data_dir", "resume", "max_iters", "eval_interval",
 
 def schedule(cfg):
     """Linear warm-up, then a cosine from lr to lr / 10 at step decay_iters."""
-    return optax.warmup_cosine_decay_schedule(cfg.lr / (cfg.warmup + 1), cfg.lr, cfg.warmup, cfg.decay_iters,
-                                              cfg.lr / 10)
+    curve = optax.warmup_cosine_decay_schedule(cfg.lr / (cfg.warmup + 1), cfg.lr, cfg.warmup, cfg.decay_iters,
+                                               cfg.lr / 10)
+    return lambda step: curve(jnp.asarray(step, float))  # of an int32 it is float32, also where x64 is on
 
 
 def matrices(params):

@@ -181,16 +181,16 @@ def tie_rows(eps=1e-6):
     def loss(s, g):
         p = tied | {"w_router": tied["w_router"] + s * across}
         return (moe_layer(both["x"], p, cfg)[0] * g).sum()
-    at, zero = jax.jit(loss), jnp.zeros(())
-    outputs = model.expert_ffn(jnp.stack([both["x"][0]] * 2), tied, cfg)[:, 0] @ g[0, 0]  # (E,)
+    at, slope, zero = jax.jit(loss), jax.grad(loss), jnp.zeros(())
+    outputs = jax.jit(partial(model.expert_ffn, cfg=cfg))(jnp.stack([both["x"][0]] * 2), tied)[:, 0] @ g[0, 0]  # (E,)
     jump = (outputs[0] - outputs[1]) / 2
     far, near = ((at(h, g) - at(-h, g)) / (2 * h) for h in (10 * eps, eps))
     rows = [Check("tie: the loss jumps by half the experts' difference", float(abs(2 * eps * near / jump - 1)), 1e-4),
             Check("tie: a tenth of eps, ten times the difference quotient", float(abs(near / far / 10 - 1)), 1e-3)]
-    rows += directional(held(loss, cfg, zero, g), zero, g, key=jax.random.key(6), n=1, grad=jax.grad(loss),
+    rows += directional(held(loss, cfg, zero, g), zero, g, key=jax.random.key(6), n=1, grad=slope,
                         name="tie: the gradient is that of the lower index, direction")
     return rows + [f"tie: at eps {eps:.0e} the difference quotient is {near:.1e}, the gradient "
-                   f"{jax.grad(loss)(zero, g):.1e}"]
+                   f"{jax.jit(slope)(zero, g):.1e}"]
 
 
 # The kernel ------------------------------------------------------------------------------
@@ -266,6 +266,7 @@ def torch_rows(params, tokens, targets):
 def adamw_rows(steps=20, **change):
     """train.py's own step, in float64, against torch.optim.AdamW: the largest difference of each loss over the steps.
     In float32 two scores that tie but for rounding would send a token elsewhere, and two right programs apart."""
+    import torch
     import torch_twin
     cfg = train.Config(n_layer=2, n_head=4, n_embd=32, context=16, n_hidden=24, n_experts=4, capacity_factor=1.0,
                        activation="swiglu", shared_hidden=12, batch_size=4, max_iters=steps, warmup_iters=5,
@@ -273,28 +274,31 @@ def adamw_rows(steps=20, **change):
     cfg = dataclasses.replace(cfg, **change)
     model_cfg = cfg.model(vocab_size=17)
     ids = jax.random.randint(jax.random.key(2), (1000,), 0, 17).astype(jnp.uint8)
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), train.init_state(cfg, model_cfg)["params"])
+    params, _, _ = setting(model_cfg)
     network = torch_twin.GPT(model_cfg).load(params)
     optimizer = torch_twin.adamw(network, cfg.lr, cfg.weight_decay, beta2=0.99)
-    state = {"params": params, "opt": train.optimizer(cfg).init(params)}
+    state = {"params": params, "opt": jax.jit(train.optimizer(cfg).init)(params)}
     batches = train.purpose_keys(cfg.seed)["batches"]
     draw = jax.jit(lambda step: data.sample_batch(ids, batches, step, cfg.batch_size, cfg.context))
     lr = jax.jit(train.schedule(cfg))
     names = {"loss": "cross-entropy"} | ({"balance": "balance", "z": "z"} if cfg.n_experts else {})
     ours, want = [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # operators this small wait for other threads longer than they compute
     for step in range(steps):
         x, y = draw(step)
-        losses = torch_twin.train_step(network, optimizer, to_torch(x).long(), to_torch(y).long(),
-                                       float(lr(step)), cfg.grad_clip)
+        losses = torch_twin.train_step(network, optimizer, to_torch(x).long(), to_torch(y).long(), float(lr(step)),
+                                       cfg.grad_clip)
         state, got = train.train_step(state, ids, jnp.int32(step), cfg, model_cfg)
         want.append([float(loss) for loss, _ in zip(losses, names)])
         ours.append([float(got[name]) for name in names])
+    torch.set_num_threads(threads)
     worst = np.abs(np.array(ours) / np.array(want) - 1).max(0)
     label = "torch AdamW" if cfg.n_experts else "torch AdamW, dense"
     rows = [Check(f"{label}, {name} of {steps} steps", float(error), 1e-9)
             for name, error in zip(names.values(), worst)]
-    parameters = [float(np.linalg.norm(from_torch(parameter.detach()) - np.asarray(a)) / np.linalg.norm(a))
-                  for a, parameter in network.leaves(state["params"])]
+    parameters = [float(np.linalg.norm(from_torch(parameter.detach()) - a) / np.linalg.norm(a))
+                  for a, parameter in network.leaves(jax.device_get(state["params"]))]
     return rows + [Check(f"{label}, parameters after {steps} steps", max(parameters), 1e-9)]
 
 

@@ -5,7 +5,7 @@ Only tests, gradcheck.py and bench.py import this file: training and sampling ne
 Parameters come from `model.init_params`, so both sides start from the same numbers, in any float type, bit for bit.
 PyTorch keeps weights as (out, in), we as (in, out).
 """
-import numpy as np
+import jax
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from model import capacity
 
 
-def put(parameter, array):
-    """Copies a JAX or NumPy array in."""
+def fill(module, tree):
+    """Copies our arrays in, by module.leaves; returns the module. In NumPy, slices and transposes compile nothing."""
     with torch.no_grad():
-        parameter.copy_(torch.from_numpy(np.array(array)))
+        for array, parameter in module.leaves(jax.device_get(tree)):
+            parameter.copy_(torch.from_numpy(array.copy()))
+    return module
 
 
 # The layer -------------------------------------------------------------------------------
@@ -81,9 +83,7 @@ class MoELoop(nn.Module):
             yield from expert.leaves(p["w_in"][e], p["w_out"][e])
 
     def load(self, p):
-        for array, parameter in self.leaves(p):
-            put(parameter, array)
-        return self
+        return fill(self, p)
 
 
 def within_capacity(experts, n_experts, places, priority="token"):
@@ -215,9 +215,7 @@ class GPT(nn.Module):
             yield from block.leaves(p)
 
     def load(self, params):
-        for array, parameter in self.leaves(params):
-            put(parameter, array)
-        return self
+        return fill(self, params)
 
 
 # Training --------------------------------------------------------------------------------
@@ -263,8 +261,7 @@ class Mixtral(nn.Module):
             hidden_size=n_embd, intermediate_size=n_hidden, num_local_experts=n_experts, num_experts_per_tok=top_k,
             num_attention_heads=1, num_key_value_heads=1, experts_implementation="eager"))
         self.to(getattr(torch, str(p["w_out"].dtype)))
-        for array, parameter in self.leaves(p):
-            put(parameter, array)
+        fill(self, p)
 
     def forward(self, x):
         return self.block(x)
